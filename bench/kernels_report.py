@@ -109,7 +109,7 @@ def figures_of(source: Path, arch: str, launches: dict[str, Launch], fast: bool 
 
     `fast`: those of bundles that read prompts fast, whose names then end in "_fast".
     """
-    model, precision, recipe = shape_model(arch), Precision(), ForwardRecipe(prefill="fast" if fast else "fused")
+    model, precision, recipe = shape_model(arch), Precision(), ForwardRecipe(prefill="fast" if fast else "exact")
     compiled = compile_file(source, device_macros(model, precision, forward=recipe.own(TARGET)), TARGET)
     codes, entries = disassemble(compiled.cubin), _entries(compiled.ptx)
     found = {}

@@ -274,6 +274,9 @@ def _fill(staging: Path, inputs: _Inputs, reporter: Reporter) -> Manifest:
         checkpoint, inputs.model, settings.precision, staging, weights, settings.threads, reporter
     ) as evaluator:
         observation = None if texts.calibration is None else evaluator.observe(texts.calibration)
+        if observation is None and settings.precision.kv == "fp8":
+            why = "they are 1, or more where a bias asks for it; a build without --no-eval measures them"
+            reporter.note(f"the scales of FP8 pages are not measured: {why}")
         activations = _check_activations(texts, observation, settings, reporter)
         written, errors = _write_files(inputs, observation, activations, staging, reporter)
         files |= written
@@ -368,7 +371,7 @@ def _measure_on_gpu(
     try:
         original = evaluator.original(text)
         limit, fast = settings.max_perplexity_increase, settings.forward.reads_fast
-        return measure_quality(evaluator, text, original, errors, limit, fast)
+        return measure_quality(evaluator, text, original, errors, limit, settings.precision, fast)
     finally:
         shutil.rmtree(staging / "original", ignore_errors=True)
 
@@ -625,8 +628,8 @@ def _measure(
         return None, None
     limit = settings.max_perplexity_increase
     original = evaluator.original(texts.evaluation)
-    fast, fp8_pages = settings.forward.reads_fast, settings.precision.kv == "fp8"
-    quality = measure_quality(evaluator, texts.evaluation, original, errors, limit, fast, fp8_pages)
+    precision, fast = settings.precision, settings.forward.reads_fast
+    quality = measure_quality(evaluator, texts.evaluation, original, errors, limit, precision, fast)
     linears = _fp8_inputs(settings, model)
     if not linears or observation is None or texts.calibration is None:
         return quality, None

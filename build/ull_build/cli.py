@@ -125,9 +125,12 @@ def _random_settings(options: argparse.Namespace) -> RandomSettings:
     )
 
 
+_PREFILL: dict[Source, PrefillSource] = {"fused": "exact", "tensorrt": "tensorrt"}  # of --forward
+
+
 def _forward(options: argparse.Namespace) -> ForwardRecipe:
     source: Source = options.forward or "fused"
-    prefill: PrefillSource = options.prefill or source
+    prefill: PrefillSource = options.prefill or _PREFILL[source]
     if options.attention == "native" and source != "tensorrt":
         raise RecipeError("--attention native goes with --forward tensorrt", field="attention")
     if options.profiles is not None and source != "tensorrt":
@@ -201,8 +204,8 @@ def parser() -> argparse.ArgumentParser:
     weak = "take a head too that drafts fewer than 1.3 tokens per round on the calibration text"
     add("--allow-weak-drafter", action="store_const", const=True, help=weak)
     add("--forward", choices=("fused", "tensorrt"), help="who computes the layers, on a GPU (default fused)")
-    reads = "who reads prompts, where not --forward: fast is fused with FP8 activations, whose bits are others"
-    add("--prefill", choices=("fused", "fast", "tensorrt"), help=reads)
+    reads = "how prompts are read, where not by --forward: exact has the bits of decode, fast FP8 activations"
+    add("--prefill", choices=("exact", "fast", "tensorrt"), help=reads)
     add("--attention", choices=("paged", "native"), help="with --forward tensorrt: whose attention (default paged)")
     add("--profiles", choices=("two", "seven"), help="with --forward tensorrt: choices of kernels (default two)")
     multiplies = "who multiplies for 16 and more tokens, with the same bits (default warpgroup, where it can be)"
@@ -239,7 +242,7 @@ def _recipe(options: argparse.Namespace) -> Recipe:
     overrides |= {
         name: {key: value} for name, key in _TABLE_KEYS.items() if (value := getattr(options, name)) is not None
     }
-    forward: dict[str, Any] = {"prefill": options.prefill or options.forward, "decode": options.forward}
+    forward: dict[str, Any] = {"prefill": options.prefill or _PREFILL.get(options.forward), "decode": options.forward}
     forward |= {name: getattr(options, name) for name in ("attention", "profiles", "tree_products")}
     if any(value is not None for value in forward.values()):
         overrides["forward"] = {key: value for key, value in forward.items() if value is not None}

@@ -108,10 +108,10 @@ class ForwardRecipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     prefill: Annotated[
         PrefillSource,
         Meta(
-            description='who reads prompts: "fused", ull\'s kernels, with the bits of decode; "fast", they with FP8 '
-            'activations; or "tensorrt", plans'
+            description='how prompts are read: "exact", by ull\'s kernels with the bits of decode; "fast", by them '
+            'with FP8 activations; or by "tensorrt", plans'
         ),
-    ] = "fused"
+    ] = "exact"
     decode: Annotated[Source, Meta(description="who computes rounds, likewise")] = "fused"
     attention: Annotated[
         AttentionKind,
@@ -152,7 +152,7 @@ class ForwardRecipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         if target == "cpu":
             return FUSED
         products = self.tree_products or default_tree_products(target, self.prefill, self.decode)
-        return Forward(prefill="fast" if self.reads_fast else "fused", tree_products=products)
+        return Forward(prefill="fast" if self.reads_fast else "exact", tree_products=products)
 
     def problems(self, target: str, weights: str) -> Iterator[tuple[str, str]]:
         """Why an engine for this target cannot be computed so, each with what can: the recipe's key, and the words.
@@ -167,7 +167,7 @@ class ForwardRecipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     @property
     def keeps_weights(self) -> bool:
         """Whether the bundle's weights file holds the linear layers."""
-        return "fused" in (self.prefill, self.decode)
+        return self.prefill != "tensorrt" or self.decode == "fused"
 
 
 class Recipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -200,8 +200,8 @@ class Recipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     kv: Annotated[
         Literal["bf16", "fp8", "f32"],
         Meta(
-            description="format of the KV cache; f32 on cpu only, where fp8 says what it says on a GPU, and takes as "
-            "much memory as bf16"
+            description="format of the KV cache; fp8 halves it on a GPU, on cpu the same numbers are kept in 16 bits, "
+            "without saving memory; f32 on cpu only"
         ),
     ] = "bf16"
     context: Annotated[

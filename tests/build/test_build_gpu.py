@@ -262,6 +262,22 @@ def test_both_targets_hold_the_same_values_of_any_checkpoint(
         np.testing.assert_array_equal(bias, device["layers.0.qkv.bias"][: len(bias)])
 
 
+@pytest.mark.parametrize(
+    ("precision", "instead"),
+    [
+        (Precision(kv="fp8"), 'kv = "bf16" or precision = "bf16"'),
+        (Precision(weights="bf16", kv="fp8", lm_head="fp8"), 'kv = "bf16" or lm_head = "bf16"'),
+        (Precision(weights="bf16"), 'precision = "bf16"'),
+    ],
+)
+def test_a_loss_names_what_would_lose_less(tmp_path: Path, precision: Precision, instead: str) -> None:
+    pytest.importorskip("ull._native")
+    path = write_checkpoint(tmp_path / "model", config=DIMENSIONS)
+    limits: dict[str, Any] = {"eval_tokens": 64, "calibration_tokens": 64, "max_perplexity_increase": -0.9}
+    with pytest.raises(BuildError, match=f"the limit is -90.00%. Use {instead}, or raise max_perplexity_increase"):
+        build(Settings(path, tmp_path / "x.ull", "x", precision=precision, **limits))
+
+
 def test_tied_embeddings_are_stored_twice(tmp_path: Path) -> None:
     tied = write_checkpoint(tmp_path / "tied", tied=True, config=DIMENSIONS)
     tensors = built(tied, tmp_path / "x.ull").tensors
@@ -315,7 +331,7 @@ def test_prompts_may_be_read_fast(
         assert words in said
     worse = Predictions(np.full(63, 9, np.float32), np.zeros(63, np.int32))
     monkeypatch.setattr(Evaluator, "read_fast", lambda self, text: worse)
-    message = r'with fast prefill, perplexity rises .* Use forward\.prefill = "fused", or raise max_perplexity'
+    message = r'with fast prefill, perplexity rises .* Use forward\.prefill = "exact", or raise max_perplexity'
     with pytest.raises(BuildError, match=message):
         built(checkpoint, tmp_path / "loss.ull", forward=ForwardRecipe(prefill="fast"), **options)
 
@@ -566,7 +582,7 @@ LOVELACE = {  # a GPU on which our kernels of the layers do not run
         (
             {"target": "cpu", "forward": {"prefill": "fast"}},
             "forward.prefill",
-            "products that cpu has not; supported: target sm_90a, or prefill fused",
+            "products that cpu has not; supported: target sm_90a, or prefill exact",
         ),
         ({"target": "sm_100a", "forward": {"prefill": "fast"}}, "forward.prefill", "products that sm_100a has not"),
         ({"precision": "bf16", "forward": {"prefill": "fast"}}, "forward.prefill", "these are bf16; .* precision fp8"),

@@ -117,6 +117,11 @@ def test_the_manifest_says_where_nothing_was_checked(tmp_path: Path, capsys: pyt
     assert any("not checked whether f16 holds the activations" in note and "--no-eval" in note for note in notes.notes)
     assert inspect.main(bundle.path) == 0
     assert "not checked whether f16 holds them" in capsys.readouterr().out
+    assert not any("FP8 pages" in note for note in notes.notes)
+    for target in ("sm_90a", "cpu"):
+        pages = Notes()
+        built(folder, f"pages-{target}.ull", pages, evaluate=False, target=target, precision=Precision(kv="fp8"))
+        assert any("scales of FP8 pages are not measured" in note and "--no-eval" in note for note in pages.notes)
     host = built(folder, "host.ull", notes, target="cpu")
     assert host.manifest.activations is None and "activations" not in encode_manifest(host.manifest).decode()
     capsys.readouterr()

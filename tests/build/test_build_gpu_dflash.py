@@ -436,8 +436,8 @@ def test_a_target_whose_kernels_leave_no_taps_is_refused(
     monkeypatch.setattr("ull_build.build.require_timing_cache", lambda _: None)
     plans = ForwardRecipe(prefill="tensorrt", decode="tensorrt", attention="native")
     cases: list[tuple[Any, ForwardRecipe, str]] = [
-        ("sm_90a", plans, "supported: forward.decode fused, forward.prefill fused or fast"),
-        ("sm_90a", ForwardRecipe(prefill="tensorrt"), "supported: forward.decode fused, forward.prefill fused or fast"),
+        ("sm_90a", plans, "supported: forward.decode fused, forward.prefill exact or fast"),
+        ("sm_90a", ForwardRecipe(prefill="tensorrt"), "supported: forward.decode fused, forward.prefill exact or fast"),
         ("sm_89", plans, "a DFlash head is run by ull's own kernels, which do not run on sm_89; leave it out"),
     ]
     head = write_head(tmp_path / "head")

@@ -503,8 +503,8 @@ def test_settings_that_no_recipe_gave_are_refused_too(
     monkeypatch.setattr("ull_build.build.require_timing_cache", lambda _: None)
     plans = ForwardRecipe(prefill="tensorrt", decode="tensorrt", attention="native")
     cases: list[tuple[Any, ForwardRecipe, str]] = [
-        ("sm_90a", plans, "supported: forward.decode fused, forward.prefill fused or fast"),
-        ("sm_90a", ForwardRecipe(prefill="tensorrt"), "supported: forward.decode fused, forward.prefill fused or fast"),
+        ("sm_90a", plans, "supported: forward.decode fused, forward.prefill exact or fast"),
+        ("sm_90a", ForwardRecipe(prefill="tensorrt"), "supported: forward.decode fused, forward.prefill exact or fast"),
         ("sm_89", plans, "an EAGLE head is run by ull's own kernels, which do not run on sm_89; leave it out"),
     ]
     for machine, forward, words in cases:
@@ -600,7 +600,7 @@ def test_shapes_of_heads_that_are_refused(tmp_path: Path, capsys: pytest.Capture
     output = tmp_path / "x.ull"
     for options, words in [
         (["--layers", "1"], "an EAGLE-3 head reads three states of the model: --layers 2 or more"),
-        (["--forward", "tensorrt"], "supported: forward.decode fused, forward.prefill fused or fast"),
+        (["--forward", "tensorrt"], "supported: forward.decode fused, forward.prefill exact or fast"),
         (
             ["--target", "sm_89", "--forward", "tensorrt", "--attention", "native"],
             "an EAGLE head is run by ull's own kernels, which do not run on sm_89; leave it out",

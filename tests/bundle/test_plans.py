@@ -43,10 +43,10 @@ EVERY = list(TOKEN_COUNTS)
 @pytest.mark.parametrize(
     ("prefill", "decode", "changes", "reuse", "sizes"),
     [
-        ("fused", "fused", None, "all", EVERY),
+        ("exact", "fused", None, "all", EVERY),
         ("tensorrt", "fused", {}, "prompt", EVERY),  # what decode wrote has other bits than a prefill's
         ("tensorrt", "fused", {"place_exact": False}, "nothing", EVERY),
-        ("fused", "tensorrt", {"place_exact": False}, "prompt", [1, 2, 4]),
+        ("exact", "tensorrt", {"place_exact": False}, "prompt", [1, 2, 4]),
         ("tensorrt", "tensorrt", {}, "prompt", [1, 2, 4]),
         ("tensorrt", "tensorrt", {"exact": EVERY}, "all", EVERY),
         ("tensorrt", "tensorrt", {"exact": EVERY, "place_exact": False}, "nothing", EVERY),

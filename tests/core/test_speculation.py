@@ -51,7 +51,7 @@ def cases(draw: st.DrawFn) -> Case:
         windows=draw(st.sampled_from([(0, 0), (5, 0), (64, 33), (1, 70)])),
         weights=weights,
         lm_head=draw(st.sampled_from(["f32", "bf16"])) if weights == "f32" else "bf16",
-        kv=draw(st.sampled_from(["f32", "bf16"])),
+        kv=draw(st.sampled_from(["f32", "bf16", "fp8"])),
         seed=draw(st.integers(0, 1000)),
     )
     sampling: dict[str, Any] = {"logprobs": draw(st.sampled_from([0, 3]))}

@@ -55,7 +55,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cpu_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(settings(tmp_path_factory.mktemp("cpu") / "cpu.ull", "cpu", "fused")).path
+    return build(settings(tmp_path_factory.mktemp("cpu") / "cpu.ull", "cpu", "exact")).path
 
 
 @pytest.fixture(scope="module")

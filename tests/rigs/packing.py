@@ -253,9 +253,9 @@ class RandomModel:
         if d.qk_norm:
             layer.q_norm = self._vector(prefix + "q_norm", 1.0 + 0.1 * normal(d.head_dim))
             layer.k_norm = self._vector(prefix + "k_norm", 1.0 + 0.1 * normal(d.head_dim))
-        if d.kv == "fp8":  # the last head's values saturate
+        if d.kv == "fp8":  # the first head's keys and the last one's values saturate
             layer.kv_scale = 2.0 ** self.random.integers(-6, 3, (2, d.kv_heads))
-            layer.kv_scale[1, -1] = 2.0**-10
+            layer.kv_scale[0, 0], layer.kv_scale[1, -1] = 2.0**-9, 2.0**-10
             self.tensors[prefix + "kv_scale"] = pad_vector(layer.kv_scale.reshape(-1).astype(np.float32))
         return layer
 

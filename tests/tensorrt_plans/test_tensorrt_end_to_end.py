@@ -306,7 +306,7 @@ def test_where_no_plan_is_right_the_engine_is_ours(
     assert result.returncode == 0, result.stderr
     bundle = open_bundle(workshop.folder / "unstable.ull", verify="hashes")
     forward = bundle.manifest.forward
-    assert (forward.prefill, forward.decode, forward.plans) == ("fused", "fused", None)
+    assert (forward.prefill, forward.decode, forward.plans) == ("exact", "fused", None)
     why, what = forward.notes
     assert "could not build layer.1: its outputs were" in why and "by our own kernels" in what
     assert "TensorRT is left out" in result.stdout and why in inspected(bundle.path)

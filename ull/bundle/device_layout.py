@@ -101,7 +101,7 @@ class DevicePart:
         """Whether it reads a prompt in chunks: its own kernels do, and were compiled for a target that has what they
         need.
         """
-        return self.forward.prefill in ("fused", "fast") and set(self.code.kernels()) >= self.chunk_kernels()
+        return self.forward.prefill_by == "fused" and set(self.code.kernels()) >= self.chunk_kernels()
 
     def chunk_kernels(self) -> frozenset[str]:
         """The kernels of ull that read a chunk of a prompt."""

@@ -13,7 +13,7 @@ from typing import Annotated, Final, Literal
 from msgspec import Meta, Struct
 
 Source = Literal["fused", "tensorrt"]
-PrefillSource = Literal["fused", "fast", "tensorrt"]
+PrefillSource = Literal["exact", "fast", "tensorrt"]
 AttentionKind = Literal["paged", "native"]
 Reuse = Literal["all", "prompt", "nothing"]
 TreeProducts = Literal["warp", "warpgroup"]
@@ -112,14 +112,14 @@ class Plans(Struct, frozen=True, forbid_unknown_fields=True):
 class Forward(Struct, frozen=True, forbid_unknown_fields=True):
     """Who computes what lies between embedding and sampler, by phase.
 
-    "fused" are our own kernels, whose prompts have the bits of rounds. "fast" prompts are read by them too, with FP8
+    "fused" are our own kernels. They read "exact" prompts, which have the bits of rounds, and "fast" ones, with FP8
     activations in the linear layers: the bits are others. `tree_products`: who multiplies in our rounds of 16 and more
     tokens, each warp alone or the warpgroups of Hopper; the bits are the same.
 
     `notes`: what the build replaced or left out of what it was asked for, and why.
     """
 
-    prefill: PrefillSource = "fused"
+    prefill: PrefillSource = "exact"
     decode: Source = "fused"
     plans: Plans | None = None
     notes: list[str] = []
@@ -135,9 +135,14 @@ class Forward(Struct, frozen=True, forbid_unknown_fields=True):
         if self.plans is not None and self.plans.attention == "native" and self.uses("fused"):
             raise ValueError("native attention has a KV cache of its own: both phases must be tensorrt")
 
+    @property
+    def prefill_by(self) -> Source:
+        """Who computes prompts."""
+        return "tensorrt" if self.prefill == "tensorrt" else "fused"
+
     def uses(self, source: Source) -> bool:
         """Whether any phase is computed by it."""
-        return source in (self.prefill, self.decode)
+        return source in (self.prefill_by, self.decode)
 
     @property
     def attention(self) -> AttentionKind | None:

@@ -603,7 +603,7 @@ def tap_problems(taps: Sequence[int], target: Target, prefill: PrefillSource, de
     if taps and not keeps_taps(target, prefill, decode):
         yield (
             "EAGLE and DFlash heads read hidden states that only ull's own kernels leave; "
-            "supported: forward.decode fused, forward.prefill fused or fast"
+            "supported: forward.decode fused, forward.prefill exact or fast"
         )
 
 
@@ -614,7 +614,7 @@ def fast_prefill_problems(target: str, weights: str, prefill: PrefillSource, dec
     if not _has_warpgroup_products(target):
         yield (
             f"fast prefill is made of products that {target} has not; "
-            f"supported: target {_WITH_WARPGROUPS}, or prefill fused"
+            f"supported: target {_WITH_WARPGROUPS}, or prefill exact"
         )
     if decode != "fused":
         yield "fast prefill is of ull's own kernels; supported: forward.decode fused"

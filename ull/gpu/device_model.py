@@ -195,7 +195,7 @@ class PlacedModel:
         if forward.prefill == "fast":  # whatever its length, so that a prompt's bits do not depend on how it is cut
             prefill = chunk = captures.chunk()
         else:
-            prefill = captures.round(sources[forward.prefill], TREE_TOKENS, draws=False)
+            prefill = captures.round(sources[forward.prefill_by], TREE_TOKENS, draws=False)
             chunk = captures.chunk() if exact_chunks and agree else 0
         # Nobody waits for a draft model's token. Where rounds have other bits than this chunk, they read no prompt.
         may_draw = chunk != 0 and (forward.reuse == "all" or chunk == prefill) and not self.part.prefix

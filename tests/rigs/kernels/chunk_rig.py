@@ -439,7 +439,7 @@ class Prompt:
         self.model = model
         kinds = {"chunks": True, "fast_prefill": fast, "warpgroup_trees": True}
         self.sizes = Sizes(model, precision, model.context, taps=taps, **kinds)
-        forward = Forward(prefill="fast" if fast else "fused", tree_products="warpgroup")
+        forward = Forward(prefill="fast" if fast else "exact", tree_products="warpgroup")
         macros = numbers_of(device_macros(model, precision, taps=len(taps), forward=forward))
         self.kernels = emulation.build([f"{name}.cu" for name in SOURCES], macros, reports=reports)
         rng = np.random.default_rng(7)
