@@ -7,7 +7,7 @@ import math
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta, Struct
@@ -330,10 +330,24 @@ def _checked(values: dict[str, Any], origin: str) -> Recipe:
         recipe = msgspec.convert(values, type=Recipe)
     except msgspec.ValidationError as error:
         text = str(error)
-        _, found, key = text.rpartition(" - at `$.")
-        raise RecipeError(f"{origin}: {text.replace('$.', '')}", field=key.rstrip("`") if found else None) from error
+        _, found, rest = text.rpartition(" - at `$.")
+        key = rest.rstrip("`") if found else None
+        valid = "" if key is None or not text.startswith("Invalid enum value") else _choices(key)
+        raise RecipeError(f"{origin}: {text.replace('$.', '')}{valid}", field=key) from error
     _check_target(recipe, origin)
     return recipe
+
+
+def _choices(key: str) -> str:
+    """What a key that takes one of some words takes, for a message."""
+    section, _, name = key.rpartition(".")
+    return "; use one of " + ", ".join(_words(get_type_hints(_SECTIONS.get(section, Recipe)).get(name)))
+
+
+def _words(annotation: Any) -> list[str]:
+    if get_origin(annotation) is Literal:
+        return [f'"{word}"' for word in get_args(annotation)]
+    return [word for part in get_args(annotation) for word in _words(part)]
 
 
 def _check_target(recipe: Recipe, origin: str) -> None:

@@ -564,7 +564,7 @@ LOVELACE = {  # a GPU on which our kernels of the layers do not run
         ({"kv": "f32"}, "kv", 'keeps "bf16" or "fp8"'),
         ({"target": "sm_100"}, "target", '"sm_90a" \\(an H100, H200 or GH200\\)'),
         ({"target": "sm_75"}, "target", '"sm_100a" \\(a B200 or GB200\\)'),
-        ({"precision": "f32"}, "precision", "precision"),
+        ({"precision": "f32"}, "precision", 'use one of "fp8", "bf16"'),
         ({"target": "cpu", "forward": {"decode": "tensorrt"}}, "forward", "needs a GPU: --target sm_90a"),
         (
             {"forward": {"prefill": "tensorrt", "attention": "native"}},
@@ -591,7 +591,11 @@ LOVELACE = {  # a GPU on which our kernels of the layers do not run
             "forward.prefill",
             "ull's own kernels; supported: forward.decode fused",
         ),
-        ({"forward": {"prefill": "faster"}}, "forward.prefill", "Invalid enum value 'faster'"),
+        (
+            {"forward": {"prefill": "faster"}},
+            "forward.prefill",
+            'value .faster. - at `forward.prefill`; use one of "exact", "fast", "tensorrt"',
+        ),
         ({"forward": {"decode": "fast"}}, "forward.decode", "Invalid enum value 'fast'"),
         (
             {"target": "sm_100a", "forward": {"tree_products": "warpgroup"}},
@@ -608,7 +612,7 @@ LOVELACE = {  # a GPU on which our kernels of the layers do not run
             "forward.tree_products",
             "ull's own kernels alone; supported: forward fused",
         ),
-        ({"forward": {"tree_products": "block"}}, "forward.tree_products", "Invalid enum value 'block'"),
+        ({"forward": {"tree_products": "block"}}, "forward.tree_products", 'block. .*; use one of "warp", "warpgroup"'),
         ({"forward": {"decode": "onnx"}}, "forward.decode", "Invalid enum value 'onnx'"),
         ({"forward": {"decoding": "fused"}}, "forward.decoding", "did you mean `forward.decode`"),
     ],
