@@ -263,6 +263,25 @@ def test_both_targets_hold_the_same_values_of_any_checkpoint(
 
 
 @pytest.mark.parametrize(
+    ("options", "prefill", "decode"),
+    [
+        ([], "fast", "fused"),
+        (["--forward", "fused"], "exact", "fused"),
+        (["--forward", "tensorrt"], "tensorrt", "tensorrt"),
+        (["--prefill", "tensorrt"], "tensorrt", "fused"),
+        (["--prefill", "exact"], "exact", "fused"),
+    ],
+)
+def test_the_command_line_says_how_prompts_are_read(
+    tmp_path: Path, options: list[str], prefill: str, decode: str
+) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('model = "m"\ntarget = "sm_90a"\n[forward]\nprefill = "fast"\n')
+    found = cli._recipe(cli.parser().parse_args([str(recipe), *options])).forward
+    assert (found.prefill, found.decode) == (prefill, decode)
+
+
+@pytest.mark.parametrize(
     ("precision", "instead"),
     [
         (Precision(kv="fp8"), 'kv = "bf16" or precision = "bf16"'),

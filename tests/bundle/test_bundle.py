@@ -65,13 +65,14 @@ def test_missing_and_foreign_directories(tmp_path: Path, bundle: Path) -> None:
 
 
 def test_other_formats(bundle: Path) -> None:
-    edit(bundle, "format_version", value=3)
-    refuse(bundle, "bundle format 3, this ull reads 2; upgrade ull", "format_version")
+    edit(bundle, "format_version", value=4)
+    refuse(bundle, "bundle format 4, this ull reads 3; upgrade ull", "format_version")
+    edit(bundle, "format_version", value=2)
+    refuse(bundle, "bundle format 2, this ull reads 3; rebuild it", "format_version")
     edit(bundle, "format_version", value=1)
-    refuse(bundle, "bundle format 1, this ull reads 2; rebuild it", "format_version")
     (bundle / "manifest.sha256").unlink()  # formats of before had none
-    refuse(bundle, "bundle format 1, this ull reads 2; rebuild it", "format_version")
-    edit(bundle, "format_version", value="2")
+    refuse(bundle, "bundle format 1, this ull reads 3; rebuild it", "format_version")
+    edit(bundle, "format_version", value="3")
     refuse(bundle, "is damaged", "format_version")
 
 

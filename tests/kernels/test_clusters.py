@@ -294,7 +294,7 @@ def test_products_take_what_another_block_has_brought(kernels: emulation.Kernels
 
 @with_reports
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("fault", [1, 2])
+@pytest.mark.parametrize("fault", [1, 2, 3])
 def test_an_operand_that_is_brought_anew_too_early_is_told(reporting: emulation.Kernels, fault: int, seed: int) -> None:
     assert multiplied(reporting, 0, seed)
     text = told(reporting, fault, seed, multiplied)

@@ -22,7 +22,7 @@ from ull.bundle.targets import GPU_ARCHITECTURES, Target
 from ull.wire import MAX_TREE, Drafter
 
 FORMAT: Final = "ull-engine"
-FORMAT_VERSION: Final = 2
+FORMAT_VERSION: Final = 3
 WEIGHTS_FILE = "weights.safetensors"
 VOCABULARY_FILE = "vocab.bin"
 TOKENIZER_FILE = "tokenizer/tokenizer.json"
@@ -436,7 +436,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     """`manifest.json`."""
 
     format: Literal["ull-engine"]
-    format_version: Literal[2]
+    format_version: Literal[3]
     name: Annotated[str, Meta(min_length=1)]
     created: str  # ISO 8601, UTC
     target: Target

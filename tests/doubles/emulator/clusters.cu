@@ -195,12 +195,13 @@ inline constexpr int kOperandBytes = 2 * kGroups * 128;  // core matrices, [grou
 
 // Sums of two products with the same b, which the first block brings to both, each time. input: a [64, 16] f16, then b;
 // output: f32 [block_y][64, 8 kGroups]. Faults: 1 b comes again when the first block alone has used it; 2 the second
-// block releases it before its product is waited for.
+// block releases it before its product is waited for; 3 that of an operand that is swizzled.
 ULL_CLUSTER_KERNEL(share_operand, ProbeParams, 128, kBlocks) {
   unsigned char* b = arch::shared_memory();
   auto* full = reinterpret_cast<arch::Barrier*>(b + kOperandBytes);
   arch::Barrier* empty = full + 1;
   const int fault = params.fault, rank = arch::cluster_rank();
+  const bool early = fault == 2 || fault == 3;
   if (arch::thread() == 0) {
     arch::barrier_init(full, 1);
     arch::barrier_init(empty, 4 * kBlocks);
@@ -228,14 +229,18 @@ ULL_CLUSTER_KERNEL(share_operand, ProbeParams, 128, kBlocks) {
       if (i == 1 && rank == 0 && fault != 1) arch::barrier_wait(empty, 0);
       bring();
     }
+    if (early && rank == 0 && i == 1) arch::cluster_barrier();
     arch::barrier_wait(full, static_cast<uint32_t>(i));
-    const uint64_t described = arch::core_matrices(b, 128, 256);
+    const uint64_t described = arch::core_matrices(b, 128, 256) | (fault == 3 ? 3ULL << 62 : 0);
     arch::warpgroup_fence();
     arch::warpgroup_mma(sums, a, described);
     arch::warpgroup_commit();
-    if (fault == 2 && rank == 1 && i == 0) release();
+    if (early && rank == 1 && i == 0) {
+      release();
+      arch::cluster_barrier();
+    }
     arch::warpgroup_wait<0>(sums);
-    if (i == 0 && (fault != 2 || rank == 0)) release();
+    if (i == 0 && (!early || rank == 0)) release();
   }
   if (rank == 0 && arch::thread() == 0) arch::barrier_wait(empty, 0);
   auto* output = static_cast<float*>(params.output) + arch::block_y() * 64 * 8 * kGroups;

@@ -15,15 +15,13 @@ const unsigned char* CoreMatrices::piece(int index) const {
     return first + static_cast<size_t>(index / 2) * n_stride + static_cast<size_t>(index % 2) * k_stride;
   const int column = index % kPatternColumns, half = index / kPatternColumns % 2;
   const auto group = static_cast<uint32_t>(index / (2 * kPatternColumns));
-  const auto at = static_cast<uint32_t>(first - block->shared) + group * n_stride +
+  const auto at = static_cast<uint32_t>(first - shared) + group * n_stride +
                   static_cast<uint32_t>(column * swizzled + half * kRowBytes);
   const uint32_t moved = static_cast<uint32_t>(swizzled / kRowBytes - 1) << 4;  // bits of an address
-  return block->shared + (at ^ (at >> 3 & moved));
+  return shared + (at ^ (at >> 3 & moved));
 }
 
-const unsigned char* CoreMatrices::begin() const {
-  return swizzled == 0 ? first : first - (first - block->shared) % swizzled;
-}
+const unsigned char* CoreMatrices::begin() const { return swizzled == 0 ? first : first - (first - shared) % swizzled; }
 
 const unsigned char* CoreMatrices::end() const {
   if (swizzled == 0) return piece(pieces() - 1) + kCoreBytes;
@@ -59,7 +57,7 @@ CoreMatrices core_matrices_of(uint64_t descriptor, int groups, Site site) {
   }
   const auto part = [descriptor](int shift) { return static_cast<uint32_t>(descriptor >> shift & 0x3FFFU) << 4; };
   const int swizzled = kRowOfSwizzle[descriptor >> 62];
-  const CoreMatrices matrices = {block->shared + part(0), part(16), part(32), groups, swizzled};
+  const CoreMatrices matrices = {block->shared, block->shared + part(0), part(16), part(32), groups, swizzled};
   if (swizzled == 0) {
     if (matrices.k_stride < kCoreBytes || (groups > 1 && matrices.n_stride < kCoreBytes)) {
       fail_at(site, "core matrices every %u bytes along k and %u along n overlap: each has 128", matrices.k_stride,

@@ -3,7 +3,8 @@
 //
 // Swizzled, a column's values of k lie in a row of 128, 64 or 32 bytes, rows one behind the other, and of each row's
 // pieces of 16 bytes those change places whose addresses differ in bits 4 to 6, to 5, or in 4: by bits 7 to 9, to 8, or
-// 7. Eight rows are a pattern, the next eight columns' is n_stride bytes further, and k_stride means nothing. A product
+// 7. (Of addresses in shared memory, which begins at a multiple of 1024 here; on a chip a kernel has to see to that.)
+// Eight rows are a pattern, the next eight columns' is n_stride bytes further, and k_stride means nothing. A product
 // takes 32 bytes of each row.
 #pragma once
 
@@ -17,6 +18,7 @@ inline constexpr int kProductBytes = 32;   // of a column in a product
 inline constexpr int kPatternColumns = 8;  // of a core matrix, and of a swizzle's pattern
 
 struct CoreMatrices {
+  const unsigned char* shared;  // of the block that has them
   const unsigned char* first;
   uint32_t k_stride, n_stride;  // bytes
   int groups;                   // of 8 columns
