@@ -24,9 +24,9 @@ demo: $(VENV)/.installed  ## build the tiny engine, serve it, stream a completio
 # it had left, and never say which test it was.
 SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 LONGEST := $(patsubst %,tests/%.py,gpu/test_gpu_end_to_end tensorrt_plans/test_tensorrt_end_to_end \
-  $(patsubst %,kernels/test_kernel_%,compile linear attention) gpu/test_gpu_double core/test_executor \
-  $(patsubst %,kernels/test_kernel_%,layers head_scan ahead) build/test_build build/test_build_cli \
-  $(patsubst %,kernels/test_kernel_%,sampling report) build/test_gpu_evaluation)
+  $(patsubst %,kernels/test_kernel_%,compile linear attention) gpu/test_gpu_double gpu/test_gpu_models \
+  core/test_executor $(patsubst %,kernels/test_kernel_%,layers head_scan ahead) build/test_build \
+  build/test_build_cli $(patsubst %,kernels/test_kernel_%,sampling report) build/test_gpu_evaluation)
 # OpenBLAS's threads spin while they wait for each other: beside a second process that costs more than they save.
 ONE_THREAD := OPENBLAS_NUM_THREADS=1
 

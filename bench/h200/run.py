@@ -160,7 +160,7 @@ def correctness(report: Path) -> list[Step]:
     files = [*(f"kernel_{name}" for name in names), "kernel_fast_chunk", "warpgroup", "clusters"]
     on_device = {"ULL_KERNELS": "device"}
     kernels = [f"tests/kernels/test_{name}.py" for name in files]
-    engine = [f"tests/h200/test_{name}.py" for name in ("engine", "chunks", "small")]
+    engine = [f"tests/h200/test_{name}.py" for name in ("engine", "chunks", "small", "models")]
     torch = "" if _imports("torch") and _imports("transformers") else "PyTorch or transformers is not on this machine"
     sanitizer = "" if shutil.which("compute-sanitizer") else "compute-sanitizer is not on this machine"
     return [
