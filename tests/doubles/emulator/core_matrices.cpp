@@ -5,14 +5,15 @@ namespace ull::emulator {
 namespace {
 
 constexpr uint32_t kMostStride = 1U << 18;
-constexpr uint64_t kUnusedBits = 0x3FFFC000C000C000ULL;  // of a descriptor: base offset and swizzle are among them
+constexpr uint64_t kUnusedBits = 0x3FFFC000C000C000ULL;  // of a descriptor: its base offset is among them
 constexpr int kRowOfSwizzle[] = {0, 128, 64, 32};        // bytes, by the descriptor's bits 62 and 63
 
 }  // namespace
 
 const unsigned char* CoreMatrices::piece(int index) const {
-  if (swizzled == 0)
+  if (swizzled == 0) {
     return first + static_cast<size_t>(index / 2) * n_stride + static_cast<size_t>(index % 2) * k_stride;
+  }
   const int column = index % kPatternColumns, half = index / kPatternColumns % 2;
   const auto group = static_cast<uint32_t>(index / (2 * kPatternColumns));
   const auto at = static_cast<uint32_t>(first - shared) + group * n_stride +
