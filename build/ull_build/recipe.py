@@ -7,7 +7,7 @@ import math
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -30,6 +30,7 @@ from ull.bundle import (
 )
 from ull.errors import RecipeError
 from ull.wire import MAX_TREE, Drafter
+from ull.words import words_of
 from ull_build.source.hub import named_source
 
 Taps = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=1, max_length=MAX_TAPS)]
@@ -332,22 +333,11 @@ def _checked(values: dict[str, Any], origin: str) -> Recipe:
         text = str(error)
         _, found, rest = text.rpartition(" - at `$.")
         key = rest.rstrip("`") if found else None
-        valid = "" if key is None or not text.startswith("Invalid enum value") else _choices(key)
-        raise RecipeError(f"{origin}: {text.replace('$.', '')}{valid}", field=key) from error
+        words = words_of(Recipe, key) if key is not None and text.startswith("Invalid enum value") else []
+        remedy = "; use one of " + ", ".join(f'"{word}"' for word in words) if words else ""
+        raise RecipeError(f"{origin}: {text.replace('$.', '')}{remedy}", field=key) from error
     _check_target(recipe, origin)
     return recipe
-
-
-def _choices(key: str) -> str:
-    """What a key that takes one of some words takes, for a message."""
-    section, _, name = key.rpartition(".")
-    return "; use one of " + ", ".join(_words(get_type_hints(_SECTIONS.get(section, Recipe)).get(name)))
-
-
-def _words(annotation: Any) -> list[str]:
-    if get_origin(annotation) is Literal:
-        return [f'"{word}"' for word in get_args(annotation)]
-    return [word for part in get_args(annotation) for word in _words(part)]
 
 
 def _check_target(recipe: Recipe, origin: str) -> None:

@@ -16,7 +16,7 @@ TRAINERS = ("dflash", "draft", "eagle", "heads", "loop", "medusa", "model", "run
 # Room: the rooms it uses. Nothing in ull knows the build.
 ULL = Floors(
     {
-        "_native access coercion completion errors files log machine socket_reader": "",
+        "_native access coercion completion errors files log machine socket_reader words": "",
         "cores endpoints libzmq spawn": "errors",
         "bounded_child": "spawn",
         "curve": "access errors",
@@ -34,7 +34,7 @@ ULL = Floors(
         "doctor": "_native bundle client cores errors install trace",
         "gateway": "access client completion endpoints errors log metrics text voice wire",
         "daemon": "_native access bounded_child bundle completion cores curve endpoints errors files gpu journal "
-        "libzmq log machine socket_reader spawn text wire",
+        "libzmq log machine socket_reader spawn text wire words",
         "commands": "_native bounded_child bundle client cores curve daemon doctor errors files install journal log "
         "machine metrics spawn text top trace wire",
         "cli": "commands completion daemon",
@@ -48,13 +48,13 @@ ULL = Floors(
 )
 BUILD = Floors(
     {
-        "ull._native ull.bundle ull.completion ull.errors ull.gpu ull.log ull.spawn ull.text ull.wire": "",
+        "ull._native ull.bundle ull.completion ull.errors ull.gpu ull.log ull.spawn ull.text ull.wire ull.words": "",
         "leftovers progress": "",
         "shapes": "ull.bundle ull.errors",
         "output": "leftovers ull.bundle ull.errors",
         "local_gpu": "ull.bundle ull.errors ull.gpu ull.log",
         "source": "progress ull.bundle ull.errors ull.spawn ull.text ull.wire",
-        "recipe": "source ull.bundle ull.errors ull.wire",
+        "recipe": "source ull.bundle ull.errors ull.wire ull.words",
         "weights": "progress source ull.bundle",
         "settings": "recipe source ull.bundle",
         "code": "ull.bundle ull.errors",

@@ -20,6 +20,7 @@ from ull.cores import MAX_CORE
 from ull.endpoints import check_endpoint, local_endpoint, parse_address, same_endpoint
 from ull.errors import ConfigError
 from ull.wire import MAX_TREE
+from ull.words import words_of
 
 # The core's own numbers, held equal by tests/core/test_shared_numbers.py: a configuration is read without the core.
 PAGE_TOKENS = 64  # of a page of the KV cache
@@ -610,14 +611,11 @@ def _check_listen(config: Config, origin: str) -> None:
 
 def _choices(values: dict[str, Any], key: str) -> str | None:
     """What the key `key` may be, and is not, if its type is a choice of words and its value a text."""
-    kind: Any = Config
     value: Any = values
     for part in key.split("."):
-        kind = get_type_hints(kind).get(part) if isinstance(kind, type) else None
         value = value.get(part) if isinstance(value, dict) else None
-    if get_origin(kind) is not Literal or not isinstance(value, str):
-        return None
-    return f"must be one of {', '.join(get_args(kind))}; not {value!r}"
+    words = words_of(Config, key)
+    return f"must be one of {', '.join(words)}; not {value!r}" if words and isinstance(value, str) else None
 
 
 def _refuse_unknown(values: dict[str, Any], struct: type[msgspec.Struct], prefix: str, origin: str) -> None:
