@@ -30,8 +30,9 @@ LONGEST := $(patsubst %,tests/%.py,gpu/test_gpu_end_to_end tensorrt_plans/test_t
 # OpenBLAS's threads spin while they wait for each other: beside a second process that costs more than they save.
 ONE_THREAD := OPENBLAS_NUM_THREADS=1
 
-test: $(VENV)/.installed-test  ## linters, types, the test suite
+test: $(VENV)/.installed-test  ## linters, types, the native unit tests, the test suite
 	$(MAKE) --no-print-directory lint
+	$(MAKE) --no-print-directory native-test
 	$(ONE_THREAD) $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(LONGEST) $(filter-out $(LONGEST),$(sort $(wildcard tests/*/test_*.py)))
 
 check: $(VENV)/.installed-test  ## linters, types and the quick tests of the rooms that changed: about a minute

@@ -133,7 +133,7 @@ def jobs_for(names: list[str]) -> dict[str, str]:
         if programs:
             jobs["native"] = _native_command(programs)
     print("checking:", *run, *(["and native", *sorted(rooms)] if rooms else []))
-    print("only `make test` and `make native-test` run all of:", *beyond or ["nothing that changed"])
+    print("only `make test` runs all of:", *beyond or ["nothing that changed"])
     return jobs
 
 
