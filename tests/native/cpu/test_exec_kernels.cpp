@@ -88,6 +88,47 @@ constexpr Format kAllFormats[] = {Format::kF8, Format::kBf16, Format::kF32};
 
 float stored_factor(Format format) { return format == Format::kF8 ? 0x1.0p-120F : 1.0F; }
 
+// What each slot of every page was written with stands in its own place, and nothing behind the last dimension.
+void check_places(size_t element, KvScale scale) {
+  const PageLayout layout{2, 3, 20, element};
+  KvCache cache(layout, 2, element == 2 ? Format::kBf16 : Format::kF32);
+  const auto value_at = [](int page, int layer, int head, int slot, int d, bool key) {  // an integer bf16 can hold
+    return static_cast<float>((page * 7 + layer * 3 + head * 5 + slot * 11 + d * 13 + (key ? 1 : 0)) % 251);
+  };
+  for (int i = 0; i < 2 * 2 * 3 * kPageKeys; ++i) {
+    const int page = i % 2, layer = i / 2 % 2, head = i / 4 % 3, slot = i / 12;
+    float key[20], value[20];
+    for (int d = 0; d < 20; ++d) {
+      key[d] = value_at(page, layer, head, slot, d, true);
+      value[d] = value_at(page, layer, head, slot, d, false);
+    }
+    cache.write(page, layer, head, slot, key, value, scale);
+  }
+  const Kernels& kernels = portable_kernels();
+  const auto unpack = kernels.unpack[static_cast<int>(cache.format())];
+  for (int i = 0; i < 2 * 2 * 3; ++i) {
+    const int page = i % 2, layer = i / 2 % 2, head = i / 4;
+    for (int tile = 0; tile < 2; ++tile) {
+      std::vector<float> keys(20 * kTileRows);
+      unpack(cache.keys(page, layer, head, tile), 20, keys.data());
+      for (int d = 0; d < 20; ++d) {
+        for (int row = 0; row < kTileRows; ++row) {
+          CHECK_EQ(keys[static_cast<size_t>(d * kTileRows + row)],
+                   kept_in(scale.key, value_at(page, layer, head, tile * kTileRows + row, d, true)));
+        }
+      }
+    }
+    std::vector<float> values(kPageKeys * kTileRows);
+    unpack(cache.values(page, layer, head, 0), kPageKeys, values.data());
+    for (int slot = 0; slot < kPageKeys; ++slot) {
+      for (int d = 0; d < kTileRows; ++d) {
+        CHECK_EQ(values[static_cast<size_t>(slot * kTileRows + d)],
+                 d < 20 ? kept_in(scale.value, value_at(page, layer, head, slot, d, false)) : 0.0F);
+      }
+    }
+  }
+}
+
 }  // namespace
 
 TEST(every_f8_code_is_decoded_exactly) {
@@ -370,47 +411,10 @@ TEST(bf16_rounds_to_nearest_even) {
   CHECK_EQ(bits(0x7F800001U) & 0x7FU, 0x40U);  // NaN stays NaN
 }
 
-// Keys and values as they are, or kept in FP8 pages' scales (one for keys, one for values, neither the other's).
 TEST(every_element_of_a_page_has_its_own_place) {
-  for (const KvScale scale : {KvScale{}, KvScale{.key = 0.5F, .value = 2.0F}}) {
-    for (const size_t element : {size_t{2}, size_t{4}}) {
-      const PageLayout layout{2, 3, 20, element};
-      KvCache cache(layout, 2, element == 2 ? Format::kBf16 : Format::kF32);
-      const auto value_at = [](int page, int layer, int head, int slot, int d, bool key) {  // an integer bf16 can hold
-        return static_cast<float>((page * 7 + layer * 3 + head * 5 + slot * 11 + d * 13 + (key ? 1 : 0)) % 251);
-      };
-      for (int i = 0; i < 2 * 2 * 3 * kPageKeys; ++i) {
-        const int page = i % 2, layer = i / 2 % 2, head = i / 4 % 3, slot = i / 12;
-        float key[20], value[20];
-        for (int d = 0; d < 20; ++d) {
-          key[d] = value_at(page, layer, head, slot, d, true);
-          value[d] = value_at(page, layer, head, slot, d, false);
-        }
-        cache.write(page, layer, head, slot, key, value, scale);
-      }
-      const Kernels& kernels = portable_kernels();
-      const auto unpack = kernels.unpack[static_cast<int>(cache.format())];
-      for (int i = 0; i < 2 * 2 * 3; ++i) {
-        const int page = i % 2, layer = i / 2 % 2, head = i / 4;
-        for (int tile = 0; tile < 2; ++tile) {
-          std::vector<float> keys(20 * kTileRows);
-          unpack(cache.keys(page, layer, head, tile), 20, keys.data());
-          for (int d = 0; d < 20; ++d) {
-            for (int row = 0; row < kTileRows; ++row) {
-              CHECK_EQ(keys[static_cast<size_t>(d * kTileRows + row)],
-                       kept_in(scale.key, value_at(page, layer, head, tile * kTileRows + row, d, true)));
-            }
-          }
-        }
-        std::vector<float> values(kPageKeys * kTileRows);
-        unpack(cache.values(page, layer, head, 0), kPageKeys, values.data());
-        for (int slot = 0; slot < kPageKeys; ++slot) {
-          for (int d = 0; d < kTileRows; ++d) {
-            CHECK_EQ(values[static_cast<size_t>(slot * kTileRows + d)],
-                     d < 20 ? kept_in(scale.value, value_at(page, layer, head, slot, d, false)) : 0.0F);
-          }
-        }
-      }
-    }
+  for (const size_t element : {size_t{2}, size_t{4}}) {
+    check_places(element, KvScale{});
+    // Pages that hold what FP8 ones do: one scale for keys, under which some of them saturate, another for values.
+    check_places(element, KvScale{.key = 0.5F, .value = 2.0F});
   }
 }
