@@ -65,9 +65,11 @@ class Journal:
         """Why new requests are refused; None: they are not."""
         if not self._config.required:
             return None
-        if self._failure is not None:
-            return f"every request must be recorded, and the journal cannot be written: {self._failure}"
-        if self._is_full():
+        if (failure := self._failure) is not None:
+            return f"every request must be recorded, and the journal cannot be written: {failure}"
+        with self._changed:
+            full = self._is_full()
+        if full:
             return "every request must be recorded, and the journal is behind: too many records wait to be written"
         return None
 
@@ -205,18 +207,18 @@ class Journal:
 
     def _works(self) -> None:
         if self._failure is not None:
-            self._failure = None
             self._log.info("journal", message="the journal can be written again", file=str(self._file.path))
+            self._failure = None  # whoever sees that finds the line in the log
         if self._file.problem != self._problem:
             self._problem = self._file.problem
             self._log.warning("journal", message=self._problem)
 
     def _fails(self, error: OSError) -> None:
-        self._failures += 1
         reason = f"{self._file.path}: {describe(error)}"
         if self._failure is None:
             effect = "new requests are refused" if self._config.required else "records wait, and are dropped in the end"
             self._log.error("journal", message=f"the journal cannot be written; {effect} until it can", reason=reason)
+        self._failures += 1
         self._failure = reason
 
     def _wait_to_retry(self) -> bool:

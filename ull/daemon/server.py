@@ -134,8 +134,7 @@ class Daemon:
         self._describe()
         self._announce()
         self._is_ready.set()
-        stopping_s = _CANCEL_S + _STOP_S + FLUSH_S
-        self._signals.be_patient(self.config.drain_timeout_s + stopping_s, stopping_s, EXIT_RESTART)
+        self._be_patient()
         while not self._signals.asked:
             if self._engine.health() == "failed":
                 return await self._fail()
@@ -150,6 +149,11 @@ class Daemon:
             if self._upgrade.done is not None:
                 return 0
         return await self._drain()
+
+    def _be_patient(self) -> None:
+        """From now on a signal ends what is served, which takes a while."""
+        stopping_s = _CANCEL_S + _STOP_S + FLUSH_S
+        self._signals.be_patient(self.config.drain_timeout_s + stopping_s, stopping_s, EXIT_RESTART)
 
     def close(self) -> None:
         """Stops the native threads and removes the sockets. A thread that hangs costs the process, not the exit."""
@@ -318,6 +322,7 @@ class Daemon:
         )
         estate = inheritance.estate
         self._predecessor = None
+        self._be_patient()
         _native.be_the_service(True)
         self._release_claims()
         self._claims = inheritance.claims(self.config.ipc_mode)
@@ -542,10 +547,6 @@ class Daemon:
             self._log.warning("memory", message=f"memory is not locked, pages may be swapped out: {problem}")
 
     def _announce(self) -> None:
-        line = " ".join(f"{name}={value}" for name, value in self._ready.items())
-        if (problem := announce(f"READY {line}")) is not None:
-            self._log.warning("ready", message=f"READY could not be printed: {problem}")
-        _native.notify(f"READY=1\nMAINPID={os.getpid()}\nSTATUS=serving {line}")
         placement = self._placement
         log = self._log.warning if placement.configured and placement.reason else self._log.info
         cores = {name: core_list(cores) or "any" for name, cores in placement.cores().items()}
@@ -553,6 +554,10 @@ class Daemon:
         if self._slow_wake_ups is not None:
             self._log.info("idle", message=f"sleeping cores may take long to wake up: {self._slow_wake_ups}")
         self._log.info("ready", version=__version__, **self._ready, **self._identity)
+        line = " ".join(f"{name}={value}" for name, value in self._ready.items())
+        if (problem := announce(f"READY {line}")) is not None:
+            self._log.warning("ready", message=f"READY could not be printed: {problem}")
+        _native.notify(f"READY=1\nMAINPID={os.getpid()}\nSTATUS=serving {line}")
 
     def _hear(self) -> None:
         self._signals.hear(self._reload)

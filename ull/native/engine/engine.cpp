@@ -588,7 +588,7 @@ NamedCounts EngineStats::finished() const {
 
 const char* Engine::health() const noexcept {
   if (shared_->failed.load(std::memory_order_relaxed)) return "failed";
-  return shared_->stalled.load(std::memory_order_relaxed) ? "stalled" : "ok";
+  return shared_->stalled.load(std::memory_order_acquire) ? "stalled" : "ok";
 }
 
 }  // namespace ull

@@ -71,8 +71,9 @@ void Watchdog::look_at_progress(int64_t now) noexcept {
   if (idle || progress != seen_progress_) {
     moved_ns_ = now;
     shared_.stalled.store(false, std::memory_order_relaxed);
-  } else if (now - moved_ns_ >= limit_ns_ && !shared_.stalled.exchange(true, std::memory_order_relaxed)) {
+  } else if (now - moved_ns_ >= limit_ns_ && !shared_.stalled.load(std::memory_order_relaxed)) {
     shared_.stalls.fetch_add(1, std::memory_order_relaxed);
+    shared_.stalled.store(true, std::memory_order_release);  // whoever sees it finds it counted
   }
   seen_progress_ = progress;
 }
