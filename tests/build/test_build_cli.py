@@ -491,6 +491,7 @@ def build_until_it_writes(directory: Path, **options: Any) -> subprocess.Popen[s
 def test_the_next_build_clears_what_a_killed_one_left(tmp_path: Path, checkpoint: Path) -> None:
     process = build_until_it_writes(tmp_path)
     [folder] = tmp_path.glob(".x.ull.building-*")
+    process.send_signal(signal.SIGSTOP)  # it is not done before the other
     beside = build_into(tmp_path / "y.ull", checkpoint)
     assert beside.returncode == 0 and folder.is_dir() and folder.name not in beside.stdout  # the first one lives
     process.kill()

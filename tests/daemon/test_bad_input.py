@@ -258,7 +258,7 @@ def test_cancel_during_prefill(spawn: Spawn) -> None:
 def test_an_id_may_not_be_used_twice_at_once(spawn: Spawn) -> None:
     daemon = spawn(script=SLOW)
     raw, other = RawClient(daemon.url), RawClient(daemon.url)
-    raw.send_map(type="generate", id=1, token_ids=[5], max_tokens=200)
+    raw.send_map(type="generate", id=1, token_ids=[5], max_tokens=600)
     assert isinstance(raw.receive(), wire.Token)
     raw.send_map(type="generate", id=1, token_ids=[5], max_tokens=2)
     other.send_map(type="generate", id=1, token_ids=[5], max_tokens=2)  # another client's id is another request
@@ -267,7 +267,7 @@ def test_an_id_may_not_be_used_twice_at_once(spawn: Spawn) -> None:
         refusal = raw.receive()
     assert (refusal.id, refusal.code) == (1, "duplicate_id")
     end = raw.collect(1)[-1]
-    assert isinstance(end, wire.Done) and end.usage.completion_tokens == 200
+    assert isinstance(end, wire.Done) and end.usage.completion_tokens == 600
     assert isinstance(other.collect(1)[-1], wire.Done)
     raw.send_map(type="generate", id=1, token_ids=[5], max_tokens=2)  # free again
     end = raw.collect(1)[-1]

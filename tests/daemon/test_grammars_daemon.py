@@ -352,7 +352,7 @@ def test_a_daemon_without_llguidance_serves_all_else(
             client.generate(PROMPT, regex="a").result()
         assert (caught.value.code, caught.value.field) == ("bad_request", "regex")
         assert client.generate(PROMPT, choices=["a", "b"]).result().choice is not None
-    (line,) = daemon.events("grammars")
+    (line,) = daemon.wait_events("grammars", 1)
     assert "has no _lib.abi3.so" in line["message"] and "reinstall" in line["message"]
 
 
@@ -369,5 +369,5 @@ def test_a_model_without_an_end_of_text_is_served_but_for_grammars(spawn: Spawn,
             client.generate([5, 6], regex="a").result()
         result = client.generate([5, 6], max_tokens=20).result()
         assert (len(result.token_ids), result.finish_reason) == (20, "length")
-    (line,) = daemon.events("grammars")
+    (line,) = daemon.wait_events("grammars", 1)
     assert line["message"] == "grammars are refused: no token of this model ends a text"

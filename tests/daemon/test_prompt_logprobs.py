@@ -197,7 +197,7 @@ def test_what_ended_early_has_the_beginning_or_nothing(spawn: Spawn) -> None:
         assert len(late.prompt_logprobs) < 1000
         whole = scores(client, prompt, max_tokens=0)
         assert late.prompt_logprobs == whole[: len(late.prompt_logprobs)]
-        running = client.generate([1], max_tokens=50, ignore_eos=True)
+        running = client.generate([1], max_tokens=1000, ignore_eos=True)
         next(running)
         waiting = client.generate(prompt, max_tokens=0, prompt_logprobs=True)
         waiting.cancel()

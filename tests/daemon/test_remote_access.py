@@ -70,7 +70,7 @@ def test_those_without_a_key_are_told_why_and_logged(spawn: Spawn, keys: Keys) -
     ):
         with (
             pytest.raises(ull.ConnectionLost, match=said),
-            ull.Client(daemon.url, keys=given, connect_timeout=1) as client,
+            ull.Client(daemon.url, keys=given, connect_timeout=2) as client,
         ):
             client.health()
     reasons = {event["reason"] for event in daemon.wait_events("denied", 3)}
@@ -83,7 +83,7 @@ def test_keys_are_for_daemons_that_ask_for_them(spawn: Spawn, keys: Keys) -> Non
     daemon = spawn(url="tcp://127.0.0.1:0")
     with (
         pytest.raises(ull.ConnectionLost, match=r"asks for no key|another one"),
-        ull.Client(daemon.url, keys=keys.of("bob"), connect_timeout=1) as client,
+        ull.Client(daemon.url, keys=keys.of("bob"), connect_timeout=10) as client,
     ):
         client.health()
 

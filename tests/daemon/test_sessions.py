@@ -492,7 +492,7 @@ def test_a_template_that_drops_answers_is_said_so(spawn: Spawn, tiny_bundle: Pat
     assert isinstance(done, wire.Done) and done.usage.rolled_back_tokens > 0
     done, _ = client.generate(session=4, messages=chat)
     assert done.usage.rolled_back_tokens > 0
-    (line,) = daemon.events("template")  # once for a session
+    (line,) = daemon.wait_events("template", 1)  # once for a session
     assert (line["level"], line["session"], line["rolled_back"] > 0) == ("warning", 4, True)
 
 

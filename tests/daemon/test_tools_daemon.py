@@ -185,6 +185,8 @@ def test_a_drain_tells_every_client_of_its_end(families: Path, tmp_path: Path, s
     with Client(daemon.url) as client:
         streams = [client.generate(QUESTION, tools=[tool()], max_tokens=1000) for _ in range(2)]
         next(streams[0])
+        while client.stats().requests["accepted"] < 2:  # the other's prompt is still being written, perhaps
+            client.poll(0.005)
         daemon.process.send_signal(signal.SIGTERM)
         results = [stream.result() for stream in streams]
         assert [(result.finish_reason, result.tool_calls) for result in results] == [("cancelled", [])] * 2

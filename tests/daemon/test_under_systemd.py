@@ -34,7 +34,7 @@ def test_a_service_lives_as_operations_says(tiny_bundle: Path, tmp_path: Path) -
         state = systemd.show()
         assert (state["ActiveState"], state["SubState"], state["Slice"]) == ("active", "running", "ull.slice")
         assert state["StatusText"].startswith("serving name=tiny listen=ipc:///run/ull-tiny/ull.sock")
-        assert len(systemd.events("ready")) == 1
+        systemd.wait(lambda: len(systemd.events("ready")) == 1, "the line of the log that says so")
 
         generate = [sys.executable, "-m", "ull", "generate", "--max-tokens", "4", "def", "--connect"]
         answer = systemd.run(*generate, "ipc:///run/ull-tiny/ull.sock").stdout
@@ -50,7 +50,7 @@ def test_a_service_lives_as_operations_says(tiny_bundle: Path, tmp_path: Path) -
 
         systemd.run("systemctl", "reload", systemd.unit)
         systemd.until(ActiveState="active")
-        assert systemd.events("reload")
+        systemd.wait(lambda: bool(systemd.events("reload")), "the reload")
 
         upgrade = [sys.executable, "-m", "ull", "upgrade", "--connect", "ipc:///run/ull-tiny/ull.sock"]
 
@@ -76,7 +76,7 @@ def test_a_service_lives_as_operations_says(tiny_bundle: Path, tmp_path: Path) -
         replace()
         signal_inside(systemd, signal.SIGSTOP)  # nothing gives a sign of life: the watchdog ends it
         systemd.until(ActiveState="active", SubState="running", NRestarts="2")
-        assert len(systemd.events("ready")) == 6
+        systemd.wait(lambda: len(systemd.events("ready")) == 6, "the sixth start")
 
         systemd.run("systemctl", "stop", systemd.unit)
         state = systemd.show()

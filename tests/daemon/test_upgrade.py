@@ -433,7 +433,8 @@ def test_threads_have_their_cores_once_the_predecessor_has_gone(spawn: Spawn) ->
         daemon.wait_events("ready", 2)
         assert placed(successor) == before
     first, second = daemon.events("cores")
-    assert {**first, "time": ""} == {**second, "time": ""}
+    varying = {"time": "", "level": "", "message": ""}  # other tests' daemons may compute on the same cores
+    assert first | varying == second | varying
 
 
 def test_it_is_for_admins(spawn: Spawn, keys: Keys) -> None:

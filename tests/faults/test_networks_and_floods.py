@@ -96,10 +96,11 @@ class Network:
 def test_a_network_that_breaks_and_is_mended(spawn: Spawn) -> None:
     daemon = spawn(url="tcp://127.0.0.1:0", script=LONG)
     network = Network(daemon.url)
-    with ull.Client(network.url, connect_timeout=20) as client:
-        for _ in range(5):
+    with ull.Client(network.url, connect_timeout=20) as client, ull.Client(daemon.url) as near:
+        for number in range(5):
             running, waiting = client.generate([5], max_tokens=5000), client.generate([5], max_tokens=5000)
             next(running)
+            until(lambda asked=3 * number + 2: near.stats().requests["accepted"] == asked, "one was never asked")
             network.works = False
             network.cut()
             for stream in (running, waiting):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import hashlib
 import os
@@ -73,15 +74,27 @@ def _node_package() -> Path | str:
 
 def node_package() -> Path:
     """A copy of the Node package as it is now, which programs beside it import. Skips the test where there is none."""
-    package = _node_package()
-    if isinstance(package, str):
-        pytest.skip(package)
-    for name in ("src", "examples", "index.d.ts", "package.json"):
-        if (NODE / name).is_dir():
-            shutil.copytree(NODE / name, package / name, dirs_exist_ok=True)
-        else:
-            shutil.copy(NODE / name, package)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / "node.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other processes run tests too
+        package = _node_package()
+        if isinstance(package, str):
+            pytest.skip(package)
+        for name in ("src", "examples", "index.d.ts", "package.json"):
+            _renew(NODE / name, package / name)
     return package
+
+
+def _renew(source: Path, copy: Path) -> None:
+    """Copies what has changed, a file at a time and whole: a program beside it may be reading."""
+    if source.is_dir():
+        copy.mkdir(exist_ok=True)
+        for path in source.iterdir():
+            _renew(path, copy / path.name)
+    elif not copy.exists() or copy.read_bytes() != source.read_bytes():
+        unfinished = copy.with_name(f".{copy.name}.new")
+        shutil.copy(source, unfinished)
+        unfinished.rename(copy)
 
 
 def driver(language: str) -> list[str]:

@@ -282,9 +282,9 @@ TEST(a_burst_ends_with_the_context_and_its_pages) {
 
 TEST(each_round_of_a_burst_has_the_watchdog_s_time) {
   FakeDevice::Script script = burst_script();
-  GraphRig rig(script, {.watchdog_ms = 150});
+  GraphRig rig(script, {.watchdog_ms = 700});
   Tokens tokens = prompt_of(1);
-  rig.device.arm([](FakeDevice::Script& late, uint64_t) { late.plain_us = 100'000; });  // two last longer than 150 ms
+  rig.device.arm([](FakeDevice::Script& late, uint64_t) { late.plain_us = 400'000; });  // two last longer than 700 ms
   CHECK(rig.decode(tokens, 3) == Status::kOk);
   rig.device.arm([](FakeDevice::Script& hung, uint64_t next) { hung.hang_at = next + 2; });  // the burst's second
   CHECK(rig.advance(tokens, 9) == Status::kOk);

@@ -127,8 +127,8 @@ class FakeDaemon:
             self._socket.send_multipart([identity, *frames])
 
     def wait_for(self, kind: type[wire.Request], count: int = 1) -> list[wire.Request]:
-        """The requests of one kind once there are `count`; fails after ten seconds."""
-        deadline = time.monotonic() + 10
+        """The requests of one kind once there are `count`; fails after a minute."""
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             found = [request for request in self.requests if isinstance(request, kind)]
             if len(found) >= count:

@@ -41,8 +41,8 @@ class Gateway(ServerProcess):
         return [line for line in lines if line["event"] == "request"]
 
     def wait_request(self, **fields: Any) -> dict[str, Any]:
-        """The first line about a request that has these fields; fails after a minute."""
-        deadline = time.monotonic() + 60
+        """The first line about a request that has these fields; fails after four."""
+        deadline = time.monotonic() + 240
         while True:
             for line in self.requests():
                 if all(line.get(name) == value for name, value in fields.items()):

@@ -13,6 +13,7 @@ from conftest import Daemon
 _PR_SET_CHILD_SUBREAPER = 36
 LIMIT_S = 60.0
 _DONE = "the successor goes on"
+_NONE = "there is no successor; this daemon goes on"
 
 
 @contextmanager
@@ -22,7 +23,7 @@ def heirs(daemon: Daemon) -> Iterator[None]:
     try:
         yield
     finally:
-        successors = [event["successor"] for event in daemon.events("upgrade") if event["message"] == _DONE]
+        successors = _successors(daemon)
         if successors:
             assert daemon.process.wait(LIMIT_S) == 0
             for pid in successors[:-1]:
@@ -30,6 +31,18 @@ def heirs(daemon: Daemon) -> Iterator[None]:
             os.kill(successors[-1], signal.SIGTERM)
             assert wait(successors[-1]) == 0
             assert sorted(path.name for path in daemon.log_path.parent.glob("*.sock*")) == []
+
+
+def _successors(daemon: Daemon) -> list[int]:
+    """The processes that went on, once the log tells how the last upgrade ended and that its successor is ready."""
+    deadline = time.monotonic() + LIMIT_S
+    while True:
+        events = daemon.events("upgrade")
+        found = [event["successor"] for event in events if event["message"] == _DONE]
+        ended = not events or events[-1]["message"] in (_DONE, _NONE)
+        if (ended and len(daemon.events("ready")) > len(found)) or time.monotonic() > deadline:
+            return found
+        time.sleep(0.01)
 
 
 def wait(pid: int) -> int:
