@@ -17,14 +17,15 @@ ROOT = Path(__file__).parent.parent
 if str(ROOT / "build") not in sys.path:
     sys.path.append(str(ROOT / "build"))  # for a checkout that is not installed
 
-from ull.client import aio, sync  # noqa: E402
 from ull.spawn import DaemonProcess  # noqa: E402
 
-# A daemon beside two other tests may take its time; tests of time limits say their own.
-for module in (sync, aio):
-    module.CONNECT_TIMEOUT_S = module.QUERY_TIMEOUT_S = 60.0
+# Where only the GPU's tests are run, these may be missing.
+with contextlib.suppress(ImportError):
+    from ull.client import aio, sync
 
-with contextlib.suppress(ImportError):  # where only the GPU's tests are run it may be missing
+    for module in (sync, aio):  # a daemon beside two other tests may take its time; tests of time limits say their own
+        module.CONNECT_TIMEOUT_S = module.QUERY_TIMEOUT_S = 60.0
+with contextlib.suppress(ImportError):
     from hypothesis import settings
 
     settings.register_profile("ull", deadline=None)  # of one example: a busy machine may take its time

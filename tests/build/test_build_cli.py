@@ -492,9 +492,11 @@ def test_the_next_build_clears_what_a_killed_one_left(tmp_path: Path, checkpoint
     process = build_until_it_writes(tmp_path)
     [folder] = tmp_path.glob(".x.ull.building-*")
     process.send_signal(signal.SIGSTOP)  # it is not done before the other
-    beside = build_into(tmp_path / "y.ull", checkpoint)
-    assert beside.returncode == 0 and folder.is_dir() and folder.name not in beside.stdout  # the first one lives
-    process.kill()
+    try:
+        beside = build_into(tmp_path / "y.ull", checkpoint)
+        assert beside.returncode == 0 and folder.is_dir() and folder.name not in beside.stdout  # the first one lives
+    finally:
+        process.kill()
     process.communicate(timeout=60)
     assert folder.is_dir()
     done = build_into(tmp_path / "y.ull", checkpoint, "--force")

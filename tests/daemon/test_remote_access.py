@@ -83,7 +83,7 @@ def test_keys_are_for_daemons_that_ask_for_them(spawn: Spawn, keys: Keys) -> Non
     daemon = spawn(url="tcp://127.0.0.1:0")
     with (
         pytest.raises(ull.ConnectionLost, match=r"asks for no key|another one"),
-        ull.Client(daemon.url, keys=keys.of("bob"), connect_timeout=10) as client,
+        ull.Client(daemon.url, keys=keys.of("bob"), connect_timeout=3) as client,
     ):
         client.health()
 
@@ -164,9 +164,10 @@ def test_bytes_that_are_changed_end_the_connection_and_nothing_else(spawn: Spawn
         return data[:at] + bytes([data[at] ^ 1 << random_.randrange(8)]) + data[at + 1 :]
 
     with Wire(daemon.url, look) as wire, ull.Client(daemon.url, keys=keys.file("bob")) as honest:
+        limits = {"connect_timeout": 0.3, "query_timeout": 5, "silence_timeout": 1}
         with (
             pytest.raises(ull.ConnectionLost),
-            ull.Client(wire.url, keys=keys.file("bob"), connect_timeout=0.3, silence_timeout=1) as client,
+            ull.Client(wire.url, keys=keys.file("bob"), **limits) as client,
         ):
             for _ in range(50):
                 client.generate(PROMPT, max_tokens=8).result()

@@ -267,7 +267,10 @@ def test_the_self_test_measures_rounds(even: Daemon, capsys: pytest.CaptureFixtu
     assert status in (1, 2)
 
 
-def test_a_daemon_that_is_not_there_is_critical(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_daemon_that_is_not_there_is_critical(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ull.client.sync.CONNECT_TIMEOUT_S", 0.05)
     status, said = doctor(capsys, "--connect", f"ipc://{tmp_path}/none", "--selftest")
     assert (status, "self-test" in said) == (2, True)
     assert cli.main(["doctor", "--noise", "0"]) == 1

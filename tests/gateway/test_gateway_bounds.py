@@ -234,17 +234,18 @@ def test_a_body_that_never_ends_is_given_up(gateway: Gateway) -> None:
 
 
 def test_half_open_connections_do_not_keep_others_out(gateway: Gateway) -> None:
+    before = open_descriptors(gateway)
     held = [raw(gateway) for _ in range(200)]
     for connection in held:
         connection.sendall(HEAD + b"content-length: 1000\r\n\r\n{")
     assert post(gateway, ASK)[0] == 200
     for connection in held:
         connection.close()
+    wait_for_descriptors(gateway, before + 2)
 
 
 def test_connections_beyond_the_most_are_told_so(gateway: Gateway) -> None:
-    descriptors = Path(f"/proc/{gateway.process.pid}/fd")
-    before, held = len(list(descriptors.iterdir())), []
+    before, held = open_descriptors(gateway), []
     refused = None
     for _ in range(400):
         connection = raw(gateway)
@@ -258,7 +259,7 @@ def test_connections_beyond_the_most_are_told_so(gateway: Gateway) -> None:
         connection.close()
     assert refused is not None
     assert is_typed(json.loads(refused.partition(b"\r\n\r\n")[2]))
-    wait_for_descriptors(descriptors, before + 2)
+    wait_for_descriptors(gateway, before + 2)
 
 
 def test_a_client_that_never_reads_is_given_up_and_its_request_cancelled(spawn: Spawn, tmp_path: Path) -> None:
@@ -361,17 +362,20 @@ def test_health_tells_of_an_engine_that_makes_no_progress(spawn: Spawn, tmp_path
         stream.cancel()
 
 
-def wait_for_descriptors(directory: Path, most: int) -> None:
+def open_descriptors(gateway: Gateway) -> int:
+    return len(list(Path(f"/proc/{gateway.process.pid}/fd").iterdir()))
+
+
+def wait_for_descriptors(gateway: Gateway, most: int) -> None:
     deadline = time.monotonic() + 20
-    while len(list(directory.iterdir())) > most:
+    while open_descriptors(gateway) > most:
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
 def test_nothing_is_left_open_by_a_hundred_clients_that_leave(gateway: Gateway) -> None:
-    descriptors = Path(f"/proc/{gateway.process.pid}/fd")
-    before = len(list(descriptors.iterdir()))
+    before = open_descriptors(gateway)
     for _ in range(100):
         with raw(gateway) as connection:
             connection.sendall(HEAD + b"content-length: 30\r\n\r\n{")
-    wait_for_descriptors(descriptors, before + 2)
+    wait_for_descriptors(gateway, before + 2)

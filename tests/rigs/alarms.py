@@ -14,10 +14,11 @@ def ringing(ring: Callable[[int, FrameType | None], None], after_s: float, every
     What is still pending then rings for nobody: the handler before may be the one that ends tests that take too long.
     Its alarm, if it had set one, is set again.
     """
-    before = signal.signal(signal.SIGALRM, ring)
-    left_s, _ = signal.setitimer(signal.ITIMER_REAL, after_s, every_s)
+    left_s, _ = signal.getitimer(signal.ITIMER_REAL)
     began_s = time.monotonic()
+    before = signal.signal(signal.SIGALRM, ring)
     try:
+        signal.setitimer(signal.ITIMER_REAL, after_s, every_s)
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

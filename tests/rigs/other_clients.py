@@ -73,7 +73,7 @@ def _node_package() -> Path | str:
 
 
 def node_package() -> Path:
-    """A copy of the Node package as it is now, which programs beside it import. Skips the test where there is none."""
+    """A copy of the Node package as it is now, with the tests' driver beside it. Skips the test where there is none."""
     CACHE.mkdir(parents=True, exist_ok=True)
     with (CACHE / "node.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # other processes run tests too
@@ -82,6 +82,7 @@ def node_package() -> Path:
             pytest.skip(package)
         for name in ("src", "examples", "index.d.ts", "package.json"):
             _renew(NODE / name, package / name)
+        _renew(DRIVERS / "driver.mjs", package / "driver.mjs")
     return package
 
 
@@ -101,7 +102,7 @@ def driver(language: str) -> list[str]:
     """The command that runs a scenario of the client in "cpp" or "node"."""
     if language == "cpp":
         return [str(compiled(DRIVERS / "driver.cpp"))]
-    return ["node", str(shutil.copy(DRIVERS / "driver.mjs", node_package()))]
+    return ["node", str(node_package() / "driver.mjs")]
 
 
 def run(command: list[str], *arguments: str) -> list[str]:

@@ -193,7 +193,9 @@ def test_a_tool_is_called_and_its_call_is_no_text(
     assert after.usage.prompt_tokens > (answer.usage.prompt_tokens if answer.usage else 0)
 
 
-def test_a_daemon_that_is_not_there_is_a_connection_error(tmp_path: Path) -> None:
+def test_a_daemon_that_is_not_there_is_a_connection_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ull.client.aio.CONNECT_TIMEOUT_S", 2.0)
+
     async def game() -> None:
         async with LLM(url=f"ipc://{tmp_path / 'nobody.sock'}") as model:
             await model.chat(chat_ctx=chat(), conn_options=AT_ONCE).collect()

@@ -201,7 +201,8 @@ def test_a_tool_is_called_and_its_call_is_not_spoken(
     assert called[0]["place"] in ("Rome", "Oslo")
 
 
-def test_a_daemon_that_is_not_there_is_an_error_frame(tmp_path: Path) -> None:
+def test_a_daemon_that_is_not_there_is_an_error_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ull.client.aio.CONNECT_TIMEOUT_S", 2.0)
     llm = UllLLMService(url=f"ipc://{tmp_path / 'nobody.sock'}")
     frames = run(llm, [LLMContextFrame(LLMContext(CHAT)), SleepFrame(sleep=6)])
     errors = [frame for frame in frames if isinstance(frame, ErrorFrame)]

@@ -5,6 +5,7 @@ A thread of its own writes them, from a queue that is bounded in records and in 
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from array import array
@@ -51,7 +52,7 @@ class Journal:
         self._records = 0  # written, of requests
         self._dropped = 0  # since the start, ...
         self._unsaid = 0  # ... of which the chain does not tell yet
-        self._said_s = 0.0  # when the log last told of some
+        self._said_s = -math.inf  # when the log last told of some
         self._failure: str | None = None  # why nothing can be written
         self._failures = 0
         self._problem: str | None = None  # of the file, as last logged
@@ -218,8 +219,9 @@ class Journal:
         if self._failure is None:
             effect = "new requests are refused" if self._config.required else "records wait, and are dropped in the end"
             self._log.error("journal", message=f"the journal cannot be written; {effect} until it can", reason=reason)
-        self._failures += 1
-        self._failure = reason
+        with self._changed:
+            self._failures += 1
+            self._failure = reason
 
     def _wait_to_retry(self) -> bool:
         """False: the journal is closed, and there is no time for another try."""
