@@ -24,7 +24,7 @@ with contextlib.suppress(ImportError):
     from ull.client import aio, sync
 
     for module in (sync, aio):  # a daemon beside two other tests may take its time; tests of time limits say their own
-        module.CONNECT_TIMEOUT_S = module.QUERY_TIMEOUT_S = 60.0
+        module.CONNECT_TIMEOUT_S, module.QUERY_TIMEOUT_S = 10.0, 60.0
 with contextlib.suppress(ImportError):
     from hypothesis import settings
 

@@ -95,7 +95,7 @@ def test_refusals_are_one_line(shared_daemon: Daemon) -> None:
 def test_nobody_there_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(Client.__init__.__kwdefaults__, "connect_timeout", 0.05)
+    monkeypatch.setattr("ull.client.sync.CONNECT_TIMEOUT_S", 0.05)
     for command in (["generate", "x"], ["health"], ["info"], ["stats"], ["bench"], ["chat"]):
         assert cli.main([*command, "--connect", f"ipc://{tmp_path / 'none'}"]) == 1
         complaint = capsys.readouterr().err
