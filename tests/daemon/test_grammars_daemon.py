@@ -17,6 +17,7 @@ import pytest
 import ull
 from checkpoints import write_checkpoint
 from conftest import Daemon, Spawn
+from processes import descriptors
 from raw_client import RawClient
 from ull import wire
 from ull_build.build import build
@@ -322,7 +323,7 @@ def test_bombs_leave_nothing_behind(spawn: Spawn) -> None:
         return {
             "threads": len(tasks),
             "workers": sum(name.startswith("ull-grammar") for name in names),
-            "descriptors": len(list(Path(f"/proc/{daemon.pid}/fd").iterdir())),
+            "descriptors": descriptors(daemon.pid),
             "children": sum(len((task / "children").read_text().split()) for task in tasks),
         }
 

@@ -38,7 +38,7 @@ def test_two_hundred_killed_clients_leave_nothing_behind(spawn: Spawn) -> None:
         stats = client.stats()
         assert sum(stats.requests["finished"].values()) == stats.requests["accepted"] > 150
         streaming = warm_up["streaming"] + counts["streaming"]
-        assert stats.requests["accepted"] - 1 >= streaming  # of those killed early, some may have asked
+        assert stats.requests["accepted"] - 1 > streaming  # of those killed early, some had asked
         whole = client.generate([100] * 1020, max_tokens=4, ignore_eos=True).result()  # takes every page that there is
         assert whole.usage.completion_tokens == 4
         assert client.generate(PROMPT, max_tokens=48, ignore_eos=True).result().token_ids == golden

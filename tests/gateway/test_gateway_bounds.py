@@ -15,6 +15,7 @@ import pytest
 import ull
 from conftest import Daemon, Spawn
 from gateways import Gateway
+from processes import descriptors
 
 MIB = 1 << 20
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -234,7 +235,7 @@ def test_a_body_that_never_ends_is_given_up(gateway: Gateway) -> None:
 
 
 def test_half_open_connections_do_not_keep_others_out(gateway: Gateway) -> None:
-    before = open_descriptors(gateway)
+    before = descriptors(gateway.process.pid)
     held = [raw(gateway) for _ in range(200)]
     for connection in held:
         connection.sendall(HEAD + b"content-length: 1000\r\n\r\n{")
@@ -245,7 +246,7 @@ def test_half_open_connections_do_not_keep_others_out(gateway: Gateway) -> None:
 
 
 def test_connections_beyond_the_most_are_told_so(gateway: Gateway) -> None:
-    before, held = open_descriptors(gateway), []
+    before, held = descriptors(gateway.process.pid), []
     refused = None
     for _ in range(400):
         connection = raw(gateway)
@@ -362,19 +363,15 @@ def test_health_tells_of_an_engine_that_makes_no_progress(spawn: Spawn, tmp_path
         stream.cancel()
 
 
-def open_descriptors(gateway: Gateway) -> int:
-    return len(list(Path(f"/proc/{gateway.process.pid}/fd").iterdir()))
-
-
 def wait_for_descriptors(gateway: Gateway, most: int) -> None:
     deadline = time.monotonic() + 20
-    while open_descriptors(gateway) > most:
+    while descriptors(gateway.process.pid) > most:
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
 def test_nothing_is_left_open_by_a_hundred_clients_that_leave(gateway: Gateway) -> None:
-    before = open_descriptors(gateway)
+    before = descriptors(gateway.process.pid)
     for _ in range(100):
         with raw(gateway) as connection:
             connection.sendall(HEAD + b"content-length: 30\r\n\r\n{")
